@@ -12,4 +12,3 @@ from .reports.page import report as report
 from .runs.measure import measure as measure
 from .runs.run import Run as Run, split as split
 from .sweeps.sweep import sweep as sweep
-from .train.monitor import Monitor as Monitor

@@ -96,7 +96,7 @@ def split(rows: Rows) -> Parts:
         logit=s_r[:, :, 0].masked_fill(rows.offsets >= late.seen.body.min(), torch.nan),
         renormalisation=renormalisation,
         pairs=pairs,
-        remainder=float(remainder.detach()),
+        remainder=float(remainder),
         lent=None if rows.lent is None else lent(rows, rows.lent),
     )
 
@@ -116,25 +116,6 @@ def lent(rows: Rows, weight: Float64[Tensor, "B H P"]) -> Float64[Tensor, "B H Q
     return more[..., :Q] - more[..., Q:].mean(-1, keepdim=True)
 
 
-def call_parts(call: Call, plan: Plan, start: int = 0, place: Placement | None = None) -> Parts:
-    """Return the parts of one attention call. The options are those of `call_rows`."""
-    t = None if place is None else place.temperature
-    with stage("rows"):
-        rows = call_rows(call, plan, start, place)
-        even = None if t is None else call_rows(_even(call, t, plan, start), plan, start, place)
-    with stage("split"):
-        return split(rows) if even is None else split_scaled(rows, even)
-
-
-def _even(call: Call, t: Float64[Tensor, "P"], plan: Plan, start: int) -> Call:
-    """Return the call with every query at the references' mean temperature."""
-    late = slice(len(plan.queries), None)
-    rows = torch.tensor(plan.rows, device=call.query.device) + start
-    query = call.query.to(torch.promote_types(call.query.dtype, torch.float32), copy=True)
-    query[:, :, rows] *= (t[late].mean() / t)[:, None].to(query)
-    return replace(call, query=query)
-
-
 def split_scaled(rows: Rows, even: Rows) -> Parts:
     """Return the parts of a layer with scaled queries; rows: as they are, even: with all queries at one temperature."""
     parts, plain = split(even), split(rows)
@@ -142,7 +123,7 @@ def split_scaled(rows: Rows, even: Rows) -> Parts:
     scaling = log_ratio(rows, missing) - log_ratio(even, missing)
     sum_of_parts = (parts.mask + parts.sink)[..., None] + parts.drift + scaling
     total = (plain.mask + plain.sink)[..., None] + plain.drift
-    remainder = float((sum_of_parts - total).detach().masked_fill(missing, 0).abs().max())
+    remainder = float((sum_of_parts - total).masked_fill(missing, 0).abs().max())
     return replace(
         parts,
         attention_0=plain.attention_0,
@@ -184,7 +165,12 @@ class LeakageObserver:
         if call.layout is not None:
             self.layers.append(self._branched(call, call.layout, place))
             return
-        self.layers.append(call_parts(call, self.plan, self.start, place))
+        t = None if place is None else place.temperature
+        with stage("rows"):
+            rows = call_rows(call, self.plan, self.start, place)
+            even = None if t is None else call_rows(self._even(call, t), self.plan, self.start, place)
+        with stage("split"):
+            self.layers.append(split(rows) if even is None else split_scaled(rows, even))
 
     def _branched(self, call: Call, layout: BranchLayout, place: Placement | None) -> Parts:
         with stage("rows"):
@@ -204,6 +190,14 @@ class LeakageObserver:
                 )  # fmt: skip
             total_a, total_c = (x.masked_fill(missing, torch.nan) for x in (total_a, total_c))
             return replace(parts, total_a=total_a, lent_a=lent_a, total_c=total_c)
+
+    def _even(self, call: Call, t: Float64[Tensor, "P"]) -> Call:
+        """Return the call with every query at the references' mean temperature."""
+        late = slice(len(self.plan.queries), None)
+        rows = torch.tensor(self.plan.rows, device=call.query.device) + self.start
+        query = call.query.to(torch.promote_types(call.query.dtype, torch.float32), copy=True)
+        query[:, :, rows] *= (t[late].mean() / t)[:, None].to(query)
+        return replace(call, query=query)
 
     def collect(self) -> list[Parts]:
         """Return the layers observed since the last call of this method."""

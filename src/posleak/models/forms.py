@@ -3,21 +3,18 @@
 torch.compile(model), DataParallel, DistributedDataParallel     unwrapped: the model inside is measured
 PeftModel                                                       unwrapped: adapters are modules of the model inside
 FSDP2 (fully_shard), tensor parallel                            parallel.py
-layers compiled in place                                        run eagerly while they are measured
-FSDP1, autocast                                                 rejected
+layers compiled in place, FSDP1, autocast                       rejected
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from posleak.errors import UnsupportedError
 from posleak.models import adapters
 
 if TYPE_CHECKING:
-    import torch
+    from transformers import PreTrainedModel
 
 INNER = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 """Attribute that holds the wrapped model, by the name of the wrapper's class."""
@@ -44,20 +41,16 @@ def unwrapped(model: Any) -> Any:
             return model
 
 
-@contextmanager
-def eagerly(model: torch.nn.Module) -> Iterator[None]:
-    """Run modules that are compiled in place eagerly: compiled code bypasses the attention function and the hooks.
-
-    What was compiled is kept, and used again afterwards.
-    """
-    import torch
-
-    kinds = ((type(module).__name__, vars(module).get("_compiled_call_impl")) for module in model.modules())
-    if any(kind == "OptimizedModule" or compiled is not None for kind, compiled in kinds):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
+def require_eager(model: PreTrainedModel, where: str) -> None:
+    """Reject layers that are compiled in place: compiled code bypasses the attention function and the hooks."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or vars(module).get("_compiled_call_impl") is not None:
+            raise UnsupportedError(
+                "a module of the model is compiled in place: compiled code keeps the attention that it was traced with",
+                where=where, got=f"{name or 'the model'} ({type(module).__name__})",
+                expected="modules that run eagerly, or torch.compile(model), which is unwrapped",
+                remedy="load the model again without compiling its layers",
+            )  # fmt: skip
 
 
 def require_no_autocast(device: str) -> None:

@@ -7,10 +7,10 @@ Attaching changes a model, its config and, for some edits, its weights. Other th
 thread that has the model attached already would deadlock, so it gets an error instead. Models that share a config
 object count as one.
 
-While a model is held, every module is in evaluation mode, because dropout would be measured as leakage, and compiled
-modules run eagerly. On release, also after an error, every module returns to its own mode. `preserve_random_state` does
-the same for torch's random state, but only for models that draw random numbers: the state is shared by all threads, and
-restoring it while another thread trains would give that thread the same numbers twice.
+While a model is held, every module is in evaluation mode: dropout would be measured as leakage. On release, also after
+an error, every module returns to its own mode. `preserve_random_state` does the same for torch's random state, but only
+for models that draw random numbers: the state is shared by all threads, and restoring it while another thread trains
+would give that thread the same numbers twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from posleak.errors import RunError
-from posleak.models.forms import eagerly
 
 T = TypeVar("T")
 
@@ -90,19 +89,18 @@ def exclusive(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def holding(hold: Hold, *, evaluation: bool = True) -> Iterator[None]:
+def holding(hold: Hold) -> Iterator[None]:
     """Wait for the model and hold it. Raise if this thread, or one that has ended, has it attached.
 
-    Every module is in evaluation mode inside if `evaluation` is set, and returns to its own mode on exit.
+    Every module is in evaluation mode inside, and returns to its own mode on exit.
     """
     training = list[torch.nn.Module]()
     try:
         _acquire(hold)
-        training += [module for module in hold.model.modules() if module.training and evaluation]
+        training += [module for module in hold.model.modules() if module.training]
         for module in training:
             module.training = False
-        with eagerly(hold.model):
-            yield
+        yield
     finally:
         for module in training:
             module.training = True

@@ -84,7 +84,7 @@ class Subject:
         model = forms.unwrapped(model)
         _require_objects(model, tokenizer)
         configs.require_decoder(type(model).__name__, model.config, model.main_input_name)
-        forms.require_no_autocast(input_device(model).type)
+        _require_plain(model, name)
         provenance = Provenance(
             name=name,
             source="object",
@@ -101,7 +101,7 @@ class Subject:
 
         All weights are read. If they have changed since they were hashed, they are hashed again.
         """
-        forms.require_no_autocast(input_device(self.model).type)
+        _require_plain(self.model, self.identity.name)
         provenance = self.provenance
         if (checksum := hashing.checksum(self.model)) != provenance.checksum:
             suffix = "" if provenance.source == "object" else CHANGED_SUFFIX
@@ -192,6 +192,12 @@ def stable_checksum(model: PreTrainedModel) -> str:
         with about, exclusive(model), torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return hashing.checksum(model)
+
+
+def _require_plain(model: PreTrainedModel, name: str) -> None:
+    """Reject forms of a model that a probe cannot observe."""
+    forms.require_eager(model, name)
+    forms.require_no_autocast(input_device(model).type)
 
 
 def _shared(model: PreTrainedModel) -> str | None:

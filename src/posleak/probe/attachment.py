@@ -249,13 +249,10 @@ def attach(
     observers: Sequence[Observer] = (),
     edits: Sequence[Edit] = (),
     placements: Sequence[Placement] = (),
-    *,
-    evaluation: bool = True,
 ) -> Iterator[Probe]:
     """Replace the model's attention by a probe. Restore the model on exit.
 
     placements: effect of positions in every attention call, for edits that move keys
-    evaluation: set evaluation mode; otherwise the mode of the model is kept
     """
     hold, traced = Hold.of(model, attached=True), computes_own_attention(model)
     layers = {  # the first number in the path of a module
@@ -264,7 +261,7 @@ def attach(
     }
     ranks = split_heads(model)
     probe = Probe(model, hold, tuple(observers), tuple(edits), layers=layers, placements=placements, ranks=ranks)
-    with holding(hold, evaluation=evaluation), gathered(model), hold.cleanup as stack:
+    with holding(hold), gathered(model), hold.cleanup as stack:
         if traced:
             require_traceable(model)
             stack.enter_context(tracing_attention(model, backbone(model), probe.attention))

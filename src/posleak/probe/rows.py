@@ -176,7 +176,7 @@ class References:
         lengths, where = n.unique(return_inverse=True)
         if len(lengths) <= MATMUL_LENGTHS:
             sums = nearest_sums(self.weights, self.positions, lengths)  # [B, H, R, lengths]
-            if float(sums[..., 0].detach().min()) >= UNDERFLOW:
+            if float(sums[..., 0].min()) >= UNDERFLOW:
                 return (sums.log() + self.peak)[..., where]
         offsets = torch.arange(self.logits.shape[-1], device=self.logits.device)
         return log_partition(gather_offsets(self.logits, self.positions, offsets, self.origin))[..., n - 1]
@@ -193,9 +193,7 @@ class References:
         seen = self.weights if self.whole is self.keys else self.weights * self.frame.visible
         sums = torch.matmul(seen.permute(2, 0, 1, 3).reshape(R, B * H, T), member).view(R, B, H, -1)
         scale = (self.peak[..., 0] - self.log_z).movedim(2, 0)[..., None]
-        empty = sums == 0
-        log_sums = sums.double().masked_fill(empty, 1).log().masked_fill(empty, LOG_ZERO)  # the gradient of log 0 is NaN
-        return (log_sums + scale).exp().mean(0)
+        return (sums.double().log() + scale).exp().mean(0)
 
     def without_sink(self, seen: VisibleKeys) -> Float64[Tensor, "B H R Q"]:
         """Compute the mask part as if origin keys were ordinary body keys.
@@ -342,7 +340,7 @@ def reduce_rows(
     seen = frame.seen.without_first(unread)
     weights, peak = scaled_weights(logits, frame)
     sums = weights.sum(-1, dtype=torch.float64).log() + peak[..., 0]
-    aux = None if s_aux is None else s_aux.double()[:, None]
+    aux = None if s_aux is None else s_aux.detach().double()[:, None]
     first = logits[..., :m].double().masked_fill(~seen.origin, LOG_ZERO)
     if moved is None:
         moved = logits[:, :, late, None, :m].expand(-1, -1, -1, Q, -1)
@@ -372,16 +370,15 @@ def reduce_rows(
 def scaled_weights(
     logits: Float[Tensor, "B H P T"], frame: Frame
 ) -> tuple[Float[Tensor, "B H P T"], Float64[Tensor, "B H P 1"]]:
-    """Compute e^{s − peak} of the summed keys, 0 for all others, and the peak, which is a constant for gradients.
+    """Compute e^{s − peak} of the summed keys, 0 for all others, and the peak.
 
     Exponents are clamped above underflow, where exp is ten times slower; keys that are not summed are multiplied by 0.
     The clamped terms are negligible in a sum that contains e^0. Sums over fewer keys are checked against UNDERFLOW.
     """
     weights = logits + frame.unsummed.to(logits.dtype)
-    peak = weights.detach().amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
+    peak = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)
     least = math.ceil(math.log(torch.finfo(weights.dtype).tiny))
-    weights = weights.sub_(peak).clamp_(min=least).exp_()
-    return weights * frame.summed if weights.requires_grad else weights.mul_(frame.summed), peak.double()
+    return weights.sub_(peak).clamp_(min=least).exp_().mul_(frame.summed), peak.double()
 
 
 def gather_offsets(
@@ -438,9 +435,9 @@ def log_partition(s: Float[Tensor, "*rows T"]) -> Float64[Tensor, "*rows T"]:
     """
     peak = s.amax(-1, keepdim=True)
     total = (s - peak).exp_().cumsum(-1, dtype=torch.float64)
-    if float(total[..., 0].detach().min()) < UNDERFLOW:
+    if float(total[..., 0].min()) < UNDERFLOW:
         return torch.logcumsumexp(s.double(), dim=-1)
-    return total.log().add_(peak)
+    return total.log_().add_(peak)
 
 
 def add(log_x: Float[Tensor, "*#rows"], log_y: Float[Tensor, "*#rows"] | None) -> Float[Tensor, "*rows"]:

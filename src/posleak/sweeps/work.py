@@ -10,10 +10,10 @@ import platform
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posleak import errors
 from posleak.errors import PosleakError, error_line
@@ -27,9 +27,6 @@ from . import state
 from .cells import LONG, MEASURE, Cell
 from .state import CELL_FILE, ERROR_FILE, Outcome, State
 from .storage import Storage
-
-if TYPE_CHECKING:
-    from posleak.runs.record import Record
 
 OnStatus = Callable[[str], None]
 """A callback that receives a status line."""
@@ -117,9 +114,23 @@ class Worker:
             measuring = time.perf_counter() - begun
             on_status("writing")
             results.write(folder)
+        remove_leftovers(folder, state.RECORD_FILES.__contains__)
+        paths = [path for path in folder.rglob("[!.]*") if path.is_file() and path.name not in state.RECORD_FILES]
+        names = sorted(path.relative_to(folder).as_posix() for path in paths)
+        place = storage.upload(cell.path, folder, names)
+        stamps = {name: storage.stamp(f"{cell.path}/{place}{name}") or "" for name in names}
+        run, identity = results.run.record, results.run.record.identity
         notes = [str(each.message) for each in caught if issubclass(each.category, errors.PosleakWarning)]
-        seconds = state.Seconds(loading, measuring, time.perf_counter() - started - loading - measuring)
-        return finished(storage, cell, folder, results.run.record, model_stamps, seconds, notes, attempt)
+        return state.Finished(
+            id=cell.id, cell=cell, place=place, inputs=run.inputs, attempts=attempt, threads=run.machine.threads,
+            files={name: state.FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
+            model=state.ModelFacts(
+                *model_stamps, identity.weights_sha256, identity.architecture, identity.dtype,
+                identity.device, identity.layers, identity.heads, identity.revision,
+            ),
+            seconds=state.Seconds(loading, measuring, time.perf_counter() - started - loading - measuring),
+            host=platform.node(), versions=versions(), finished=now(), warnings=tuple(dict.fromkeys(notes)),
+        )  # fmt: skip
 
     def _results(self, subject: Any, cell: Cell, folder: Path, on_status: OnStatus, *, fresh: bool = False) -> Any:
         """Measure or trace into the folder, and resume what it has unless `fresh`."""
@@ -166,28 +177,6 @@ class Worker:
             subject = load(cell.model, **{**options, "dtype": "bfloat16"})
         self._loaded = cell.group, subject, (stamp, content_sha256(cell.model))  # read now: the files may change later
         return self._loaded, time.perf_counter() - started
-
-
-def finished(
-    storage: Storage, cell: Cell, folder: Path, run: Record, model_stamps: tuple[str | None, str | None],
-    seconds: state.Seconds, notes: Sequence[str] = (), attempt: int = 1,
-) -> state.Finished:  # fmt: skip
-    """Upload a cell's files to an object store, and return the record of the finished cell, run: that of its run."""
-    remove_leftovers(folder, state.RECORD_FILES.__contains__)
-    paths = [path for path in folder.rglob("[!.]*") if path.is_file() and path.name not in state.RECORD_FILES]
-    names = sorted(path.relative_to(folder).as_posix() for path in paths)
-    place = storage.upload(cell.path, folder, names)
-    stamps, identity = {name: storage.stamp(f"{cell.path}/{place}{name}") or "" for name in names}, run.identity
-    return state.Finished(
-        id=cell.id, cell=cell, place=place, inputs=run.inputs, attempts=attempt, threads=run.machine.threads,
-        files={name: state.FileFacts(sha256_of(folder / name), stamps[name]) for name in names},
-        model=state.ModelFacts(
-            *model_stamps, identity.weights_sha256, identity.architecture, identity.dtype,
-            identity.device, identity.layers, identity.heads, identity.revision,
-        ),
-        seconds=seconds, host=platform.node(), versions=versions(), finished=now(),
-        warnings=tuple(dict.fromkeys(notes)),
-    )  # fmt: skip
 
 
 def write_failure(storage: Storage, cell: Cell, error: Exception, attempt: int) -> Outcome:
